@@ -28,7 +28,7 @@ from difflib import get_close_matches
 
 from .errors import UsageError
 
-MOST_STREAMS = 16
+_MOST_STREAMS, _MOST_RECORDS = 16, 999_999
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class Settings:
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             ports=_ports(env, "DISTOPT_PORTS"),
-            streams=_streams(env),
-            flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
+            streams=_count(env, "DISTOPT_STREAMS", "1", 1, _MOST_STREAMS),
+            flight_records=_count(
+                env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256"), 0, _MOST_RECORDS
+            ),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             hash=env.get("DISTOPT_HASH") or None,
             timeline=env.get("DISTOPT_TIMELINE") or None,
@@ -104,10 +106,10 @@ def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _count(env: Mapping[str, str], name: str, default: str) -> int:
+def _count(env: Mapping[str, str], name: str, default: str, least: int, most: int) -> int:
     text = env.get(name, default)
-    if not text.isdecimal() or len(text) > 6:
-        raise UsageError(f"{name}={text!r} is not a number from 0 to 999999")
+    if not (text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        raise UsageError(f"{name}={text!r} is not a number from {least} to {most}")
     return int(text)
 
 
@@ -118,13 +120,6 @@ def _ports(env: Mapping[str, str], name: str) -> range | None:
     if len(numbers) != 2 or text.count("-") != 1 or not 0 < numbers[0] <= numbers[1] < 1 << 16:
         raise UsageError(f"{name}={text!r} is not a range of TCP ports, such as 24000-24099")
     return range(numbers[0], numbers[1] + 1)
-
-
-def _streams(env: Mapping[str, str]) -> int:
-    text = env.get("DISTOPT_STREAMS", "1")
-    if not (text.isdecimal() and len(text) < 3 and 1 <= int(text) <= MOST_STREAMS):
-        raise UsageError(f"DISTOPT_STREAMS={text!r} is not a number from 1 to {MOST_STREAMS}")
-    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -37,7 +37,7 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import UsageError
-from ..kernels import check_unmasked
+from ..kernels import address_of, check_unmasked
 from ..launch.end_together.report import supervisor
 from ..launch.job.topology import Topology
 from ..recorder.flight import flight_record
@@ -423,7 +423,7 @@ class Communicator(ABC):
             )
         check_kinds(part, whole)
         rank, count = self.topology.rank, part.size
-        if count and overlap(part, whole) and _address(part) - _address(whole) != rank * part.nbytes:
+        if count and overlap(part, whole) and address_of(part) - address_of(whole) != rank * part.nbytes:
             raise UsageError(
                 f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
                 f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
@@ -476,13 +476,9 @@ class Communicator(ABC):
         raise UsageError(f"the {self.name} communicator has no messages between two ranks; use all_to_all_ragged")
 
 
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
-
-
 def overlap(one: Array, other: Array) -> bool:
     """Local. Whether two arrays have memory in common."""
-    offset_bytes = _address(one) - _address(other)
+    offset_bytes = address_of(one) - address_of(other)
     return bool(-one.nbytes < offset_bytes < other.nbytes)
 
 

@@ -6,7 +6,8 @@ import contextlib
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,11 +58,10 @@ def check_same_environment(job: Job, mine: Mapping[str, str]) -> None:
     payloads = job.all_gather(json.dumps(dict(mine)).encode())
     described = [_decode(rank, payload) for rank, payload in enumerate(payloads)]
     for key in mine:
-        ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(described):
-            ranks.setdefault(theirs.get(key, "nothing"), []).append(rank)
-        if len(ranks) > 1:
-            facts = "; ".join(f"{value} on {_name(job, members)}" for value, members in ranks.items())
+        values = {rank: theirs.get(key, "nothing") for rank, theirs in enumerate(described)}
+        if len(set(values.values())) > 1:
+            by_value = ranks_by_value(values, job.topology.hosts)
+            facts = "; ".join(f"{value} on {ranks}" for value, ranks in by_value.items())
             raise LaunchError(f"the ranks differ in {key}: {facts}; give all of them the same environment")
 
 
@@ -75,6 +75,22 @@ def _decode(rank: int, payload: bytes) -> dict[str, str]:
     return found
 
 
-def _name(job: Job, ranks: list[int]) -> str:
-    hosts = dict.fromkeys(job.topology.hosts[rank] for rank in ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({', '.join(hosts)})"
+def ranks_by_value(
+    values: Mapping[int, Any], hosts: Sequence[str], numbers: Sequence[int] | None = None
+) -> dict[Any, str]:
+    """Local. For each value, the ranks that have it and their hosts, in words.
+
+    Args:
+        values: by rank.
+        hosts: of all ranks.
+        numbers: of the ranks in messages (default: themselves).
+    """
+    numbers = numbers or range(len(hosts))
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return {
+        value: f"rank{'s' if len(own) > 1 else ''} {', '.join(str(numbers[rank]) for rank in own)} "
+        f"({', '.join(dict.fromkeys(hosts[rank] for rank in own))})"
+        for value, own in ranks.items()
+    }

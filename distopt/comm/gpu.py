@@ -13,7 +13,7 @@ from .. import _core
 from ..errors import LaunchError, MissingDependencyError, UsageError, WireMemoryError, pip_install
 from ..kernels.discovery import find_cupy
 from ..launch.job.base import Job
-from ..launch.job.topology import Topology
+from ..launch.job.topology import Topology, boot_id
 from ..settings import Settings
 from .types import storage_of
 
@@ -169,8 +169,7 @@ def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> lis
     cuda = stack.cupy.cuda
     gpus = [str(cuda.Device(device).pci_bus_id) for device in range(cuda.runtime.getDeviceCount())]
     chosen = (int(cuda.runtime.getDevice()) or None) if device is None else device
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    mine = GpuOfRank(machine, job.topology.host, os.getpid(), gpus, chosen)
+    mine = GpuOfRank(boot_id(), job.topology.host, os.getpid(), gpus, chosen)
     return [GpuOfRank(**place) for place in job.exchange(asdict(mine))]
 
 

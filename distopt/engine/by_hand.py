@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-
 from ..checks import check_integer
 from ..codecs import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..comm import Communicator, Work
 from ..comm.base import Array
 from ..errors import UsageError
-from ..kernels import array_module
+from ..kernels import address_of, array_module
 
 
 @dataclass
@@ -150,5 +148,4 @@ def _check_types(arrays: Sequence[Array], codec: Codec) -> None:
 
 def memory_of(array: Array) -> tuple[int, int, str]:
     """Local. The memory of a contiguous array: address, size and type. Views of the same memory have equal ones."""
-    address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-    return address, array.size, array.dtype.name
+    return address_of(array), array.size, array.dtype.name

@@ -16,6 +16,7 @@ __all__ = [
     "FROM_BAD",
     "Accumulation",
     "Kernels",
+    "address_of",
     "array_module",
     "check_resolved",
     "check_unmasked",
@@ -46,6 +47,11 @@ def check_resolved(array: object) -> None:
         raise UsageError(
             f"a {type(array).__name__} with PyTorch's negative bit would lose its sign; pass its resolve_neg()"
         )
+
+
+def address_of(array: Any) -> int:
+    """Where the memory of an array of NumPy or CuPy begins."""
+    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def array_module(array: object) -> Any:

@@ -13,6 +13,7 @@ from ..errors import LaunchError
 from .sockets import listen_at_one_of
 
 LOOPBACK = "127.0.0.1"  # "localhost" is a name, which the resolver of a bare container does not know
+PORTS_TAKEN = "all of DISTOPT_PORTS are taken; free one, or give a wider range"
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
@@ -73,5 +74,5 @@ def listen_somewhere(ports: range | None, backlog: int) -> socket.socket:
     """
     listener = listen_at_one_of((0,) if ports is None else reversed(ports), backlog)
     if listener is None:
-        raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+        raise LaunchError(PORTS_TAKEN)
     return listener

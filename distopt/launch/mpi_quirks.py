@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import _core
-from .processes import children
+from .processes import children, stat_of
 
 # On an abort, mpiexec drops output of ranks that it has not read from their pipes yet. MPICH 5.0.2, Open MPI 5.0.11.
 FORWARD_SECONDS = 0.1  # for mpiexec to read them
@@ -87,7 +87,7 @@ def _refusal() -> str:
         while parent > 0:  # the ranks' launcher is among these
             if Path(f"/proc/{parent}/uid_map").read_text() != own:
                 return "this rank runs in another user namespace than what started it"
-            parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_of(parent)[1])
     except OSError:  # /proc is hidden, or a process has ended
         pass
     return ""

@@ -52,6 +52,11 @@ def exit_status(code: object) -> int:
     return int(code is not None)
 
 
+def abstract_name(text: bytes) -> str:
+    """The abstract name of a Unix socket for `text`, which cannot be read off it. One process at a time can have it."""
+    return f"\0distopt-{hashlib.sha256(text).hexdigest()[:32]}"
+
+
 def print_once(text: str, subject: str = "") -> bool:
     """Print a line on stderr, unless a process with the same parent has just printed one on this subject.
 
@@ -63,9 +68,9 @@ def print_once(text: str, subject: str = "") -> bool:
         Whether this process has printed it; it then stays for a while, for others that are slower.
     """
     same = f"distopt {os.getuid()} {os.getppid()} {subject or text}"
-    with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
+    with socket.socket(socket.AF_UNIX) as said:
         try:
-            said.bind(f"\0distopt-{hashlib.sha256(same.encode()).hexdigest()[:32]}")
+            said.bind(abstract_name(same.encode()))
         except OSError:
             return False
         print_last(text)
@@ -157,6 +162,12 @@ def end_of(pid: int) -> int | None:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+
+
+def stat_of(pid: int) -> list[str]:
+    """What /proc says of a process, from its state and its parent on; raises an OSError if it has ended."""
+    # The name before them is any text in brackets.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def children(pid: int) -> list[int]:

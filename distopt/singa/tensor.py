@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from ..checks import explain_absent
 from ..errors import UsageError
 from ..nn.core.array import float16, float32, float64, int32, int64
+from ..nn.core.operation import named
 from ..nn.core.tensor import Tensor, from_raw_tensor
 from ..nn.devices.device import Device, device_of
 
@@ -138,9 +139,7 @@ def _of_each(name: str) -> Callable[[Tensor], Tensor]:
     def function(t: Tensor) -> Tensor:
         return t.compute(name, t)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"`numpy.{name}` of each element."
-    return function
+    return named(function, name, f"`numpy.{name}` of each element.")
 
 
 abs = _of_each("abs")  # noqa: A001 - here and below SINGA's names

@@ -29,6 +29,7 @@ from ...launch.processes import environment
 from ...launch.sockets import is_free
 from ...settings import Settings
 from ..base import Communicator
+from ..environment import ranks_by_value
 from .communicator import NetCommunicator
 from .distance import is_far
 from .hierarchical import HierarchicalCommunicator
@@ -99,7 +100,8 @@ class UcxNetwork:
             failure, mine = error, [str(error)]
         notes = job.exchange(mine)  # also of a failure, so that no rank waits
         if refused := {rank: note[0] for rank, note in enumerate(notes) if len(note) == 1}:
-            reasons = "; ".join(f"{ranks}: {reason}" for reason, ranks in _by_value(job, refused).items())
+            by_value = ranks_by_value(refused, job.topology.hosts, job.numbers)
+            reasons = "; ".join(f"{ranks}: {reason}" for reason, ranks in by_value.items())
             text = f"UCX cannot connect the hosts: {reasons}"
             if isinstance(job, HostsJob):
                 text += "; or start the script with mpiexec, which connects them by MPI"
@@ -111,7 +113,7 @@ class UcxNetwork:
             ("DISTOPT_STREAMS differs between the ranks", streams, "give all the same"),
         ):
             if len(set(values)) > 1:
-                by_value = _by_value(job, dict(enumerate(values)))
+                by_value = ranks_by_value(dict(enumerate(values)), job.topology.hosts, job.numbers)
                 found = ", ".join(f"{value} on {ranks}" for value, ranks in by_value.items())
                 _leave_together(job)
                 raise LaunchError(f"{fact}: {found}; {cure}")
@@ -207,18 +209,6 @@ def _leave_together(job: Peers) -> None:
     """Collective. The rank that serves the others may end only when all have read why."""
     with suppress(DistoptError, RuntimeError):  # it has ended: all have read it. PyTorch's store raises a RuntimeError
         job.exchange("")
-
-
-def _by_value(job: Peers, values: Mapping[int, Any]) -> dict[Any, str]:
-    """The values of ranks, each with the ranks that have it and their hosts, in words."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return {
-        value: f"rank{'s' if len(own) > 1 else ''} {', '.join(str(job.numbers[rank]) for rank in own)} "
-        f"({', '.join(dict.fromkeys(job.topology.hosts[rank] for rank in own))})"
-        for value, own in ranks.items()
-    }
 
 
 @cache

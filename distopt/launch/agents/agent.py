@@ -7,8 +7,6 @@ An agent has one thread and waits for signals, for output and ends of its ranks,
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import selectors
 import signal
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..addresses import is_own, listen_somewhere
+from ..addresses import PORTS_TAKEN, listen_somewhere
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, PASSED_ON_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
@@ -81,9 +79,7 @@ class _Agent:
 
             self._monitor = Monitor(Display(options.watch, self._streams.outputs[1]), socket.gethostname())
         self._held = self._hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
-        self._key = hashlib.sha256(
-            f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
-        ).digest()
+        self._key = options.key
         self._owner: Owner | RemoteOwner | None = None
         self._inbox: deque[dict[str, Any]] = deque()  # orders of the owner
         wanted = NO_RANK if options.node_rank is None else options.node_rank
@@ -139,15 +135,14 @@ class _Agent:
         for part in (self._ranks, self._warm, self._owner, self._election):
             if part is not None:
                 part.close()
-        is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
-        self._streams.close(lambda: bool(self._code or self._caught or is_ending))
+        self._streams.close(lambda: bool(self._code or self._caught or self._ending))
         self._held.close()
 
     # -- meeting ---------------------------------------------------------------------------------------------------
     def _find_owner(self) -> None:
         options = self._options
         listener = None
-        if options.nodes > 1 and _owns(options):
+        if options.nodes > 1 and options.owns(options.host):
             with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
@@ -254,7 +249,7 @@ class _Agent:
             # Backwards: ranks and their server look for theirs from other ends.
             free = next(filter(is_free, reversed(allowed)), None)
             if free is None:
-                raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+                raise LaunchError(PORTS_TAKEN)
             port = free
         holder = socket.socket()
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -279,7 +274,7 @@ class _Agent:
         elif do == "end" and self._ranks is not None:
             self._streams.make_room()
             if message["patience"]:
-                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
+                if not self._ending:  # else it was passed on to the ranks
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
             elif "gives" in message:
@@ -298,8 +293,7 @@ class _Agent:
 
     def _start_pending(self) -> None:
         """Start the ranks as ordered, warm if that takes only the rest of an import, unless a signal ends the job."""
-        is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
-        if self._pending is not None and (is_ending or self._warm is None or not self._warm.is_worth_waiting_for()):
+        if self._pending is not None and (self._ending or self._warm is None or not self._warm.is_worth_waiting_for()):
             order, self._pending = self._pending, None
             self._start(order)
 
@@ -321,8 +315,8 @@ class _Agent:
         if self._monitor is not None:
             self._monitor.forget(order["size"])
         self._attempt, self._reported, self._ended, self._kill_at = order["attempt"], 0, False, float("inf")
-        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
-            ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
+        if self._ending:  # it came while no rank ran
+            ranks.failures.append(Failure(order["first"], 128 + self._ending[0], "", is_consequence=True))
             return
         options = self._options
         self._common = variables(order, options, self._key)
@@ -343,6 +337,11 @@ class _Agent:
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
 
     # -- ranks and signals -----------------------------------------------------------------------------------------
+    @property
+    def _ending(self) -> list[int]:
+        """The signals among those that have been acted on which end the job."""
+        return [signum for signum in self._signals if signum in ENDING_SIGNALS]
+
     def _look_at_ranks(self) -> None:
         ranks = self._ranks
         if ranks is None or self._code is not None or self._ended:
@@ -398,13 +397,6 @@ class _Agent:
                 self._say("failed", failures=[], signals=self._signals)
                 if self._owner is None and signum in ENDING_SIGNALS:
                     self._code = 128 + signum
-
-
-def _owns(options: RunOptions) -> bool:
-    """Whether this host has the address of the endpoint."""
-    if options.static and options.node_rank is not None:
-        return options.node_rank == 0
-    return is_own(options.host)
 
 
 def _reap() -> None:

@@ -46,7 +46,7 @@ class Election:
         self, options: RunOptions, key: bytes, selector: selectors.BaseSelector, warn: Callable[[str], None]
     ) -> None:
         self._options, self._key, self._selector, self._warn = options, key, selector, warn
-        self._peers = Peers(key, options.nodes, selector, self._receive, self._failed, self._turned_away)
+        self._peers = Peers(key, options.nodes, selector, self._receive, self._failed, warn)
         self._ports = Settings.from_env().ports
         own = listen_somewhere(self._ports, _BACKLOG)
         self._port = int(own.getsockname()[1])
@@ -77,7 +77,6 @@ class Election:
         self._called_id = ""  # of that owner
         self._waits_since: float | None = None
         self._has_said = False
-        self._has_warned = False
 
     @property
     def poll_seconds(self) -> float:
@@ -235,14 +234,6 @@ class Election:
         if texts and all(texts):
             raise LaunchError(texts[0])
 
-    def _turned_away(self, address: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"turned away a connection from {address} that is not a node of this job: it has another "
-                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
-            )
-
     # -- where and who ---------------------------------------------------------------------------------------------
     def _own_host(self) -> int | None:
         options = self._options
@@ -252,8 +243,7 @@ class Election:
                 f"several hosts of --rdzv-endpoint {options.endpoint} are this one, at the same port; give each once"
             )
         for number, (host, port) in enumerate(options.places):
-            owns = options.node_rank == 0 if options.static and options.node_rank is not None else is_own(host)
-            if owns:
+            if options.owns(host):
                 with contextlib.suppress(OSError):  # another agent of this host has it, or another program
                     self._peers.listen(listen(port, options.nodes + 16))
                     return number

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..job.topology import boot_id
+
 _MOST_AGENTS = 64  # of one job and one host
 _TOUCH_SECONDS = 5.0
 
@@ -38,7 +40,7 @@ class Memory:
 
     def __init__(self, key: bytes, endpoint: str, seconds: float) -> None:
         self.said: dict[str, Any] | None = None
-        self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._boot = boot_id()
         self._touch_at = 0.0
         self._fd = -1
         mark = hashlib.sha256(b"memory" + key + f"{endpoint} {socket.gethostname()}".encode()).hexdigest()[:16]

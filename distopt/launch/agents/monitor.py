@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ...recorder.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, NotedOperation, Ring
-from ..processes import describe_exit
+from ..processes import describe_exit, stat_of
 from ..supervise.output import Output
 from ..supervise.ranks import Rank
 from ..supervise.screen import Screen
@@ -87,7 +86,7 @@ class _Meter:
         if rank.exit_code is not None:
             row.state = describe_exit(rank.exit_code)[1].partition(";")[0] if rank.exit_code else "ended"
         else:
-            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_of(rank.pid)
             row.memory_bytes = int(fields[21]) * _PAGE_BYTES or None
             (before, used), self._cpu = self._cpu, (row.at, (int(fields[11]) + int(fields[12])) / _TICKS)
             idle = self._cpu[1] - used < _IDLE * (row.at - before)

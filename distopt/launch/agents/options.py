@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ...settings import Settings
+from ..addresses import is_own
 
 STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 ALL = -1
@@ -69,6 +74,16 @@ class RunOptions:
         is_shown = self.shown_ranks is None or local_rank in self.shown_ranks
         shown = (tee | ~redirects) if is_shown else 0
         return [(bool(shown & stream), bool(logged & stream)) for stream in (STDOUT, STDERR)]
+
+    @property
+    def key(self) -> bytes:
+        """What the agents of all nodes of the job know, and no others."""
+        kind = "distopt run --workers" if self.workers else "distopt run"
+        return hashlib.sha256(f"{kind} {json.dumps(self.run_id)} {Settings.from_env().job_secret}".encode()).digest()
+
+    def owns(self, host: str) -> bool:
+        """Whether this node has the address of an endpoint at this host."""
+        return self.node_rank == 0 if self.static and self.node_rank is not None else is_own(host)
 
     @property
     def endpoint(self) -> str:

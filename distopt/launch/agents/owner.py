@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import Gate, Link
+from ..gate import Link
 from ..processes import SAVING_SECONDS
 from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
 from .healing import Healing
 from .node import NO_RANK, Node, Nodes
+from .strangers import AgentGate
 
 if TYPE_CHECKING:
     from .election import Election
@@ -52,7 +53,7 @@ class Phase(Enum):
     FINISHED = auto()  # the agents have the order to leave
 
 
-class Owner(Gate):
+class Owner(AgentGate):
     """The decisions for all nodes; part of one of the agents.
 
     Args:
@@ -80,10 +81,9 @@ class Owner(Gate):
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
-        super().__init__(key, selector)
+        super().__init__(key, selector, warn)
         self._own = own
         self._options = options
-        self._warn = warn
         self._nodes = Nodes(own, options.nodes, options.nodes - options.spare_nodes)
         self._by_link: dict[Link, Node] = {}
         self._job = f"{options.run_id}_{os.urandom(4).hex()}"
@@ -92,7 +92,6 @@ class Owner(Gate):
         self._clock = Stopwatch()
         self._came_at = 0.0  # when the last node came, on the clock
         self._say_at = Settings.from_env().stall_warning  # when to print how many nodes are missing, on the clock
-        self._has_warned = False  # of a stranger
         # Of the attempt, which is a start of all ranks:
         self._attempt = -1  # its number; -1: none has been started
         self._has_stepped = False  # whether it has led to a step
@@ -322,14 +321,6 @@ class Owner(Gate):
             self._nodes.remove(node)
         else:
             self._gone(node)
-
-    def _turned_away(self, link: Link) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"turned away a connection from {link.address} that is not a node of this job: it has another "
-                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
-            )
 
     # -- decisions -------------------------------------------------------------------------------------------------
     def _start(self, text: str) -> None:

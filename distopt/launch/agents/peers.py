@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..gate import FOR_PEER, Calling, Gate, Link
+from ..gate import FOR_PEER, Calling, Link
 from .node import NO_RANK
+from .strangers import AgentGate
 
 _ANSWER_SECONDS = 1.0  # then a connection without an answer is given up for a new one: it may have been cut
 
@@ -24,7 +25,7 @@ Message = dict[str, Any]
 Receive = Callable[[Message, str], Message | None]
 
 
-class Peers(Gate):
+class Peers(AgentGate):
     """The connections of one agent with the others.
 
     Args:
@@ -33,7 +34,7 @@ class Peers(Gate):
         selector: waits for the connections.
         receive: gets each message, with the address of its sender's host; returns the answer, or None.
         failed: gets the address of an agent that cannot be called, and the reason.
-        strange: gets the address of a process that does not know the key, once.
+        warn: prints a line.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Peers(Gate):
         selector: selectors.BaseSelector,
         receive: Receive,
         failed: Callable[[Address, Exception], None],
-        strange: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
-        super().__init__(key, selector)
-        self._size, self._receive, self._failed, self._strange = size, receive, failed, strange
+        super().__init__(key, selector, warn)
+        self._size, self._receive, self._failed = size, receive, failed
         self._callings: dict[Address, Calling] = {}
         self._next: dict[Address, Message] = {}  # to be sent when the call succeeds
         self._out: dict[Address, _Outgoing] = {}
@@ -113,9 +114,6 @@ class Peers(Gate):
         except (ValueError, KeyError, TypeError, OSError):  # of another version, or it reads nothing
             if link.socket.fileno() >= 0:
                 self._end_link(link)
-
-    def _turned_away(self, link: Link) -> None:
-        self._strange(link.address)
 
 
 class _Outgoing:

@@ -14,6 +14,7 @@ from ...settings import Settings
 from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call
 from ..sockets import say
 from ..stopwatch import Stopwatch
+from .strangers import DIFFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,8 +62,8 @@ class Complaint:
         self._foreign_since = min(self._foreign_since, now) if isinstance(error, StrangerError) else float("inf")
         if now > self._foreign_since + _FOREIGN_SECONDS:
             return (
-                f"the program at {self._endpoint} is no node of this job: it has another --rdzv-id or "
-                "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
+                f"the program at {self._endpoint} is no node of this job: {DIFFERENCE}; give all nodes the same, or "
+                "another port"
             )
         if now > timeout and isinstance(error, SilentError):
             return (

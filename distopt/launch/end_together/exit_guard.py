@@ -28,7 +28,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from ... import _core
 from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
+from ..words import rank_here
 from .lifeline import Lifeline
 from .parent import end_with_parent
 from .report import supervisor
@@ -184,7 +184,7 @@ class ExitGuard:
             self.others.leave()
 
     def _says(self, text: str) -> str:
-        return f"rank {self._rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
+        return f"{rank_here(self._rank, os.getpid())} {text}\n"
 
     def abort(self, code: int) -> None:
         """End all ranks of the launcher's job."""

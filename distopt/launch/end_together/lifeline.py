@@ -23,6 +23,7 @@ from ..gate import FOR_KEYS, FOR_LIFELINE, LONGEST_CALL_SECONDS, RefusedError, c
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import close_in_children, say
 from ..stopwatch import Stopwatch
+from ..words import this_rank
 from .report import supervisor
 
 _RETRY_SECONDS = 0.01  # pause before the next call of a server that was absent
@@ -107,7 +108,7 @@ def reach(
     Raises:
         LaunchError: the server cannot be reached, or refused this rank.
     """
-    clock, who = Stopwatch(LONGEST_CALL_SECONDS), f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
+    clock, who = Stopwatch(LONGEST_CALL_SECONDS), this_rank(rank, size)
     while True:
         for address in addresses:
             try:
@@ -171,7 +172,7 @@ class Lifeline:
         self.speaks = speaks
         self._left = False
         self._patience = 0.0  # seconds from the failure of another rank to the end of this process
-        self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
+        self._who = this_rank(rank, size)
         self._link = self._connect(FOR_LIFELINE, timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)

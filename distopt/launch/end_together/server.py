@@ -30,6 +30,7 @@ from ..gate import FOR_KEYS, Link
 from ..keys import KeyGate
 from ..sockets import handle_events, say
 from ..stopwatch import Stopwatch
+from ..words import ranks_of
 
 _ENDED = "has ended before the others; see its output"
 _UNREACHABLE = "cannot be reached; see whether its host and the network are up"
@@ -77,12 +78,11 @@ class Server(KeyGate):
             handle_events(self._selector)
             self._drop_slow_strangers()
             if self._end_together and clock.seconds() > self._timeout and len(self._lifelines) < self._size:
-                absent = [str(rank) for rank in range(self._size) if rank not in self._lifelines]
-                noun = "ranks" if len(absent) > 1 else "rank"
+                absent = ranks_of([rank for rank in range(self._size) if rank not in self._lifelines], self._size)
                 self._end(
                     1,
-                    f"{noun} {', '.join(absent)} of {self._size} did not join within {self._timeout:g} s; see the "
-                    "output of those processes, and whether their hosts reach that of rank 0",
+                    f"{absent} did not join within {self._timeout:g} s; see the output of those processes, and whether "
+                    "their hosts reach that of rank 0",
                 )
             if os.getppid() != self._parent:
                 self._gone(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ from ...settings import Settings
 from ..end_together.parent import end_with_parent
 from ..end_together.siblings import Absence
 from ..launchers import launcher
-from ..processes import children, print_once
+from ..processes import abstract_name, children, print_once, stat_of
 from ..rendezvous.host_group import HostGroup
 from ..sockets import listener_of
 from ..threads import cap_threads
@@ -72,7 +71,7 @@ def _parent() -> int:
     if parent is not None and parent.pid:
         return parent.pid
     if current_process().name.startswith("ForkServer"):  # the parent of a process that imports is the server
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat_of(pid)[1])
     return pid
 
 
@@ -193,7 +192,7 @@ class MultiprocessJob(Job):
 @contextlib.contextmanager
 def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
     """Hold a name that only one process at a time can have. Without it, two ranks 1 would wait for rank 0."""
-    name = "\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32]
+    name = abstract_name(b"distopt rank %d " % rank + ticket.secret)
     with socket.socket(socket.AF_UNIX) as holder:
         try:
             holder.bind(name)

@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 
 from ...errors import LaunchError
-from ..addresses import LOOPBACK, own_addresses
+from ..addresses import LOOPBACK, PORTS_TAKEN, own_addresses
 from ..end_together.lifeline import Lifeline, start_server
 from ..sockets import listen_at_one_of
 from .base import Job
@@ -58,7 +58,7 @@ def start(
     """
     listener = listen_at_one_of(ports or (0,), 2 * size + 16)  # 0: the system's choice
     if listener is None:
-        raise OSError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+        raise OSError(PORTS_TAKEN)
     with listener:
         key = os.urandom(32)
         server = start_server(listener, key, size, timeout, end_together=end_together)

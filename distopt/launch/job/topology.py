@@ -66,9 +66,13 @@ def host_identity() -> str:
     Neither the host name (cloned machines) nor the kernel (containers) is enough: abstract sockets need a common
     network namespace, and /proc/<pid> a common process namespace.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
-    return " ".join([socket.gethostname(), boot, *namespaces])
+    return " ".join([socket.gethostname(), boot_id(), *namespaces])
+
+
+def boot_id() -> str:
+    """The identity of the machine since its last boot, the same in its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def network_of(identity: str) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -24,8 +23,10 @@ from ...errors import LaunchError
 from ..end_together.siblings import Absence
 from ..gate import FOR_HOST_GROUP, Link, RefusedError, StrangerError, introduce
 from ..keys import KeyGate
+from ..processes import abstract_name
 from ..sockets import handle_events, in_slices, listener_of, peer_of
 from ..stopwatch import GRACE_SECONDS, Deadline
+from ..words import ranks_of
 from .key_value import KeyValueClient, LocalClient, RemoteClient, client_alone
 
 _log = logging.getLogger("distopt")
@@ -150,7 +151,7 @@ def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
 
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
 def _address(key: bytes, choice: int = 0) -> str:
-    return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + key).hexdigest()[:32]
+    return abstract_name(b"distopt address %d " % choice + key)
 
 
 def _find_rank_0(key: bytes, rank: int, size: int, timeout: float, absence: Absence) -> socket.socket:
@@ -300,6 +301,5 @@ class _Server(KeyGate):
         self._failed = "rank 0 may open no more files, and so let no other rank in; raise ulimit -n"
 
     def _absent(self) -> str:
-        absent = [str(q) for q in range(1, self._size) if q not in self.peers]
-        noun = "ranks" if len(absent) > 1 else "rank"
-        return f"{noun} {', '.join(absent)} of {self._size} did not join rank 0 on this host"
+        absent = [q for q in range(1, self._size) if q not in self.peers]
+        return f"{ranks_of(absent, self._size)} did not join rank 0 on this host"

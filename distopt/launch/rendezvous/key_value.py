@@ -19,7 +19,6 @@ during training are not made here: each is one collective of a communicator.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -34,6 +33,7 @@ from ..end_together.siblings import Absence
 from ..keys import ASK, FAILED, FRAME, GIVE_UP, MAX_BYTES, MISSING, VALUES, Missing, Values, Wanted, request, unpack
 from ..sockets import close_in_children, in_slices, receive_exactly
 from ..stopwatch import SLICE_SECONDS, Deadline
+from ..words import ranks_of, waits_for
 
 # Between two looks at the processes of this host. An end counts if seen twice: mpiexec may be ending all ranks.
 LOOK_SECONDS = 0.3
@@ -135,12 +135,12 @@ class KeyValueClient(ABC):
 
     def _waits_for(self, missing: Sequence[Missing], wanted: Wanted) -> str:
         whom = self._names(missing) if wanted.ranks else f"the key {wanted.prefix!r}"
-        return f"rank {self.rank} (pid {os.getpid()}) waits in the set-up of the job for {whom}"
+        return waits_for(self.rank, whom)
 
     def _names(self, missing: Sequence[Missing]) -> str:
         names = [Process(one.rank, one.host, one.pid).name for one in missing if one.host]
-        if unknown := [str(one.rank) for one in missing if not one.host]:
-            names.append(f"rank{'s' if len(unknown) > 1 else ''} {', '.join(unknown)} of {self._size}")
+        if unknown := [one.rank for one in missing if not one.host]:
+            names.append(ranks_of(unknown, self._size))
         return ", ".join(names)
 
 

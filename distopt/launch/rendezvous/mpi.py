@@ -21,6 +21,7 @@ from ..end_together.siblings import ends_of_siblings
 from ..launchers import LauncherInfo, launcher, launcher_of
 from ..launchers.srun import plugin
 from ..mpi_quirks import is_open_mpi, library_of, remove_shared_files, spare_reads
+from ..words import this_rank
 from .meeting import meeting
 
 
@@ -115,7 +116,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
 def _bounded_init(info: LauncherInfo) -> Iterator[None]:
     """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
-    who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
+    who = this_rank(info.rank, info.size)
     late = (
         f"{who} has waited {seconds:g} s in MPI_Init: a rank did not start, has ended or is stopped; see the ranks' "
         "output, or raise DISTOPT_TIMEOUT\n"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.siblings import Absence
 from ..stopwatch import Stopwatch
+from ..words import ranks_of, waits_for
 from .key_value import LOOK_SECONDS
 
 _TAG = 17_185  # the communicator is one that the user may also use
@@ -42,7 +41,7 @@ def share_address(mpi: Any, comm: Any, address: bytes, settings: Settings) -> by
     clock, absence = Stopwatch(), Absence(min(settings.stall_warning, settings.timeout / 2))
     look_at = 0.0
     while requests := {rank: request for rank, request in requests.items() if not request.Test()}:
-        waited, who = clock.seconds(), _waits(comm, list(requests))
+        waited, who = clock.seconds(), waits_for(comm.rank, ranks_of(list(requests), comm.size))
         if waited > settings.timeout:
             for request in requests.values():
                 request.Cancel()
@@ -53,11 +52,3 @@ def share_address(mpi: Any, comm: Any, address: bytes, settings: Settings) -> by
             absence.check(who, math.inf, patience=LOOK_SECONDS / 2)
         time.sleep(min(1e-3, waited / 8))
     return bytes(buffer).rstrip()
-
-
-def _waits(comm: Any, absent: Sequence[int]) -> str:
-    noun = "ranks" if len(absent) > 1 else "rank"
-    return (
-        f"rank {comm.rank} (pid {os.getpid()}) waits in the set-up of the job for {noun} "
-        f"{', '.join(map(str, absent))} of {comm.size}"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..end_together.report import VARIABLE
 from ..heal.state_slots import state_slots_in
 from ..processes import describe_exit, die_with
+from ..words import rank_here
 from .output import Output, Relay
 from .ranks import Rank
 
@@ -116,7 +116,7 @@ class Program(Rank):
             text = f"failed: {reported}"  # a signal has arrived while it ended
         if self._folder is not None:
             text = f"{text}; see {self._folder}"
-        return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"
+        return code, f"{rank_here(self.rank, self.pid)} {text}"
 
     def _finish(self) -> None:
         for relay in self._relays:

@@ -13,7 +13,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
 from ..processes import end_of
 from ..sockets import handle_events
 from ..stopwatch import Stopwatch
+from ..words import rank_here
 from .orphans import Orphans
 
 _FREEZER_SECONDS = 0.09  # between two looks at the control groups: each takes a few files
@@ -278,8 +278,7 @@ class LocalRanks:
     def fail(self, rank: Rank, code: int, text: str) -> None:
         """Count a rank as failed although it has not ended."""
         if rank.failure is None:
-            who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
-            rank.failure = Failure(rank.rank, code, f"{who} {text}")
+            rank.failure = Failure(rank.rank, code, f"{rank_here(rank.rank, rank.pid)} {text}")
             self.failures.append(rank.failure)
 
     def signal(self, signum: int) -> None:

@@ -7,8 +7,6 @@ and ends no other worker.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import selectors
 import signal
@@ -163,10 +161,7 @@ class _Supervisor:
         self._streams: Streams | None = None  # under --watch
         if options.watch:
             self._streams = Streams(selector, "distopt run", table=options.watch == "table")
-        secret = Settings.from_env().job_secret
-        self._key = hashlib.sha256(f"distopt run --workers {json.dumps(options.run_id)} {secret}".encode()).digest()
-        if options.nodes == 1:  # no other node is to come
-            self._key = os.urandom(32)
+        self._key = options.key if options.nodes > 1 else os.urandom(32)  # on one node, no other is to come
         self._me = Node(socket.gethostname(), os.getpid(), NO_RANK, lambda _: None, options.host)
         self._workers: list[_Worker] = []
         self._sign = Sign()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError
+from ...kernels import address_of
 from .array import Array
 from .mode import mode
 
@@ -71,7 +72,7 @@ def _arrays(value: Any) -> Iterator[Array]:
 
 def _place(array: Array) -> tuple[int, int]:
     """Address and size in bytes of the memory from the first to the last element of an array, gaps included."""
-    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    start = address_of(array)
     if array.flags.c_contiguous:
         return start, array.nbytes
     ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
