@@ -7,6 +7,7 @@ import numpy as np
 from distopt.codecs import (
     BFloat16,
     ChunkedTopK,
+    Codec,
     ErrorFeedback,
     Fp16,
     Fp32,
@@ -40,6 +41,11 @@ CODECS = [
     ErrorFeedback(Quantized(4, stochastic=True)),
     Quantized(8),
 ]
+
+
+def algorithm(codec: Codec) -> type[Codec]:
+    """The class of a codec, without error feedback."""
+    return type(codec.codec if isinstance(codec, ErrorFeedback) else codec)
 
 
 def gradient(step: int, codec: int, rank: int, size: int) -> np.ndarray:

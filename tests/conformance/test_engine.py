@@ -14,6 +14,8 @@ from distopt.engine.bucket import ALIGNMENT_BYTES
 from distopt.engine.engine import Engine
 from distopt.engine.layout import FIRST_BUCKET_BYTES, plan
 from distopt.errors import MismatchError, StateError, UsageError
+from tests.conformance.codec_steps import CODECS as ON_TRANSPORTS
+from tests.conformance.codec_steps import algorithm
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks, same_bits, with_ranks
 
 F32 = np.float32
@@ -30,6 +32,7 @@ CODECS += [ErrorFeedback(TopK(0.05, momentum=0.5, factor_masking=False))]
 CODECS += [Threshold(0.5), ErrorFeedback(Threshold(1.0)), ErrorFeedback(Threshold(0.0))]
 CODECS += [ErrorFeedback(ChunkedTopK(300)), ErrorFeedback(ChunkedTopK(100), decay=0.9)]
 CODECS += [ErrorFeedback(ChunkedTopK(500, bits=4), decay=0.9), ErrorFeedback(Quantized(4, stochastic=True))]
+CODECS += [codec for codec in ON_TRANSPORTS if algorithm(codec) not in map(algorithm, CODECS)]
 WORLDS = list(product([1, 2, 3], [OracleCommunicator, SplittingCommunicator]))
 
 worlds = pytest.mark.parametrize(("world_size", "cls"), WORLDS, ids=lambda v: getattr(v, "name", v) if v else v)

@@ -10,6 +10,7 @@ from distopt import comm, launch
 from distopt.errors import LaunchError, UsageError
 from distopt.launch.launchers import launcher
 from distopt.launch.launchers.srun import unstarted_tasks
+from distopt.launch.launchers.submitit import Submitit
 from distopt.launch.rendezvous import mpi
 from distopt.launch.rendezvous.meeting import meeting
 from distopt.launch.rendezvous.member import ports
@@ -172,6 +173,10 @@ def test_missing_variable_is_named():
     needed += [(SRUN | STEP, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST")]
     for env, missing in (*needed, (HOROVOD | STORE, f"{GLOO}_ADDR")):
         refused(LaunchError, f"{missing} is not set", met, {name: env[name] for name in env if name != missing})
+
+
+def test_a_launcher_without_an_address_is_for_one_host():
+    refused(LaunchError, "submitit names no host of rank 0", Submitit().host_of_rank_0, OF_SUBMITIT)
 
 
 MPICH, OPEN_MPI = "MPICH Version: 5.0.2", "Open MPI v5.0.11"

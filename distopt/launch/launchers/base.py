@@ -98,7 +98,16 @@ class Launcher(ABC):
         return info.local_size == info.size
 
     def host_of_rank_0(self, env: Mapping[str, str]) -> str:
-        """The host that the variable `address` names."""
+        """The host that the variable `address` names.
+
+        Raises:
+            LaunchError: there is no such variable, so the ranks must share a host.
+        """
+        if not self.address:
+            raise LaunchError(
+                f"{self.name} names no host of rank 0, where ranks of several hosts would meet; start all ranks on one "
+                "host, or by distopt run"
+            )
         return env[self.address]
 
     def connects(self, library: Callable[[], str], env: Mapping[str, str]) -> bool:

@@ -97,3 +97,7 @@ def asnumpy(a: ndarray) -> Any:
 def from_dlpack(array: Any) -> ndarray:
     """A view of an array of another library on the device; one of this module itself."""
     return array if isinstance(array, ndarray) else ndarray._of_others(array)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"the stand-in for CuPy has no {name}; if CuPy has it, add it to FUNCTIONS in {__file__}")
