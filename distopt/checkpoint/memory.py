@@ -356,7 +356,7 @@ class Memory:
 
 
 def _apart(adapters: Mapping[str, Adapter]) -> tuple[Snapshot, set[str]]:
-    """The states, where live states lack no shared array; and the names of objects with shared arrays."""
+    """The states, of which live states have all shared arrays; and the names of the objects that have some."""
     states = snapshot_of(adapters)
     sharing = {key.partition("/")[0] for key in states.shared}
     for key in [f"{name}/{key}" for name in sharing for key in adapters[name].own().arrays]:
@@ -366,7 +366,7 @@ def _apart(adapters: Mapping[str, Adapter]) -> tuple[Snapshot, set[str]]:
 
 
 def _report_modules() -> None:
-    """Name to the agent the modules that ranks which start again may import before they start."""
+    """Report the modules that the agent may import for ranks that start again, before they start."""
     mpi4py: Any = sys.modules.get("mpi4py")
     hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
     supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])

@@ -228,7 +228,11 @@ def options_of(args: argparse.Namespace) -> RunOptions:
 
 
 def _check_combinations(args: argparse.Namespace) -> None:
-    """Raises UsageError: options contradict each other."""
+    """Check the options beside each other.
+
+    Raises:
+        UsageError: two contradict each other, or one needs another.
+    """
     (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
     if args.node_rank is not None and args.node_rank >= nodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {nodes}: nodes are numbered from 0")
@@ -260,7 +264,7 @@ class _MeetingPlace(NamedTuple):
 
 
 def _meeting_place(args: argparse.Namespace) -> _MeetingPlace:
-    """That of several nodes.
+    """Where several nodes meet.
 
     Raises:
         UsageError: it is missing, is given twice, or does not suit the other options.
