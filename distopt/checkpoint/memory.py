@@ -356,7 +356,7 @@ class Memory:
 
 
 def _apart(adapters: Mapping[str, Adapter]) -> tuple[Snapshot, set[str]]:
-    """The states, of which live states have all shared arrays; and the names of the objects that have some."""
+    """The states, and the names of objects with shared arrays. Arrays that live states lack are own ones."""
     states = snapshot_of(adapters)
     sharing = {key.partition("/")[0] for key in states.shared}
     for key in [f"{name}/{key}" for name in sharing for key in adapters[name].own().arrays]:

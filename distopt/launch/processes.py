@@ -165,8 +165,12 @@ def end_of(pid: int) -> int | None:
 
 
 def stat_of(pid: int) -> list[str]:
-    """What /proc says of a process, from its state and its parent on; raises an OSError if it has ended."""
-    # The name before them is any text in brackets.
+    """The fields of /proc/PID/stat behind the name, from the state and the parent on.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    # The name is any text in brackets.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -40,7 +40,7 @@ LONGEST_PAUSE = 2.0  # of what is shown
 
 
 class Terminal:
-    """What one host shows: lines with the seconds at which they came, and how each is drawn."""
+    """The lines that one host shows, with the seconds at which they came, and how each is drawn."""
 
     def __init__(self, host: Host, began: float) -> None:
         self.lines: list[tuple[float, str, str]] = []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,40 +188,43 @@ _ENDING_COLUMNS = ("what happens", "state in the end", "queued again", "went on 
 
 def endings(cluster: Cluster, data: Path, quick: bool) -> Table:
     """Jobs that are disturbed in their second epoch."""
-    table = Table(
+    return _endings(
         "## Signals and preemption\n\n2 ranks on two nodes, disturbed in the second of 8 epochs. The seconds are those "
         "until the ranks had left. The digits are all lines of losses and accuracies, those of both runs together.",
-        _ENDING_COLUMNS,
+        cluster,
+        data,
+        undisturbed(cluster, data),
+        [case for case in CASES if not quick or case.quick],
     )
-    whole = undisturbed(cluster, data)
-    for case in CASES:
-        if not quick or case.quick:
-            add_ending(table, case, try_case(cluster, case, data), whole)
-    return table
 
 
 def pytorch_endings(cluster: Cluster, data: Path) -> Table:
     """Jobs of DDP that are disturbed in their second and their fourth epoch."""
-    table = Table(
+    return _endings(
         "## Signals and preemption, PyTorch's DDP\n\nAs above, but twice, in the second and in the fourth epoch. One "
         "undisturbed job, over distopt, says which digits and parameters there must be.",
-        _ENDING_COLUMNS,
+        cluster,
+        data,
+        undisturbed_ddp(cluster, data, 2, "distopt"),
+        PYTORCH_CASES,
     )
-    whole = undisturbed_ddp(cluster, data, 2, "distopt")
-    for case in PYTORCH_CASES:
-        add_ending(table, case, try_case(cluster, case, data), whole)
-    return table
 
 
 def template_endings(cluster: Cluster, data: Path) -> Table:
     """Jobs of examples/template that are disturbed in their second and their fourth epoch."""
-    table = Table(
+    return _endings(
         "## Signals, preemption and death, examples/template\n\nAs above, by `-slurm`. A job that is killed repeats "
         "the steps since its last checkpoint, to the same digits. All are compared with those of `-cpus 2`.",
-        _ENDING_COLUMNS,
+        cluster,
+        data,
+        undisturbed_template(cluster, data),
+        TEMPLATE_CASES,
     )
-    whole = undisturbed_template(cluster, data)
-    for case in TEMPLATE_CASES:
+
+
+def _endings(heading: str, cluster: Cluster, data: Path, whole: list[str], cases: Sequence[Case]) -> Table:
+    table = Table(heading, _ENDING_COLUMNS)
+    for case in cases:
         add_ending(table, case, try_case(cluster, case, data), whole)
     return table
 

@@ -77,7 +77,7 @@ class RunOptions:
 
     @property
     def key(self) -> bytes:
-        """What the agents of all nodes of the job know, and no others."""
+        """The key by which agents of one job know each other."""
         kind = "distopt run --workers" if self.workers else "distopt run"
         return hashlib.sha256(f"{kind} {json.dumps(self.run_id)} {Settings.from_env().job_secret}".encode()).digest()
 
