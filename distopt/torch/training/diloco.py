@@ -228,7 +228,7 @@ class DiLoCo:
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between.
 
-        With `min_workers`, `stats().workers` has what this worker has met of the others.
+        With `min_workers`, `stats().workers` has the last average, its members, and how often workers were gone.
         """
         first, *others = (fragment.stats() for fragment in self._fragments)
         for other in others:

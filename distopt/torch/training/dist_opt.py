@@ -118,7 +118,7 @@ class DistOpt(Averaging, torch.optim.Optimizer):
             raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
         check_every = 0 if partition_elements else check_every
         engine = engine_of(
-            *(params, group, non_finite, check_every), shards=shards, seed=seed, model=model, via_host=via_host
+            params, group, non_finite, check_every, shards=shards, seed=seed, model=model, via_host=via_host
         )
         engine.partial.keeps_gradients = True  # in `.grad`
         super().__init__(params, engine, codec, bucket_elements, optimizer)

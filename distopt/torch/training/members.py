@@ -111,7 +111,7 @@ class Members:
         self._lock = threading.RLock()  # held while states change
         self._settings = Settings.from_env()
         self._communicator: Communicator | None = None
-        self._network: NetCommunicator | None = None  # by which that sends
+        self._network: NetCommunicator | None = None  # UCX; for parameters on a GPU, under the communicator
         self._epoch = 0  # of the communicator
         self._result: _Mean | None = None  # until it counts
         self._old: list[threading.Thread] = []  # close communicators
