@@ -43,7 +43,7 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:
         warnings.warn(f"pg_options: distopt, which serves this group, has none, and ignores {kind}", stacklevel=2)
     ranks = options.global_ranks_in_group
     if not ranks:  # the default group; ranks of an earlier one may have ended
-        StoreJob.known.clear()
+        StoreJob.begin(options.store)
         ranks = range(options.group_size)
     return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
 

@@ -101,6 +101,8 @@ class StoreJob(Job):
 
     Attributes:
         known: the processes of the ranks of all groups so far, by number in the script's job, for errors.
+        default_store: the store of the default group. Its server lives as long as the store that rank 0 has, and other
+            ranks may look for a next default group there while rank 0 still leaves this one.
         numbers: the argument `ranks`.
         processes: the processes of these ranks.
         ranks_of_hosts: the ranks of each host, in the order of the first of them.
@@ -109,6 +111,13 @@ class StoreJob(Job):
     """
 
     known: ClassVar[dict[int, Process]] = {}
+    default_store: ClassVar[dist.Store | None] = None
+
+    @classmethod
+    def begin(cls, store: dist.Store) -> None:
+        """Local. Begin a default group, whose `store` is kept; ranks of an earlier one may have ended."""
+        cls.known.clear()
+        cls.default_store = store
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
         """Collective.

@@ -39,8 +39,10 @@ def test_join_is_the_mpi_job_whose_topology_is_that_of_mpi(job):
     assert topology.single_host
     assert topology.local_rank == topology.rank
     assert len(set(topology.hosts)) == 1
-    with create(launch.join(), "mpi") as communicator:
+    joined = launch.join()
+    with create(joined, "mpi") as communicator:
         assert isinstance(communicator, MpiCommunicator)
+    joined.close()
     other = launch.MultiprocessJob(launch.Ticket(), 0, 1)
     refused(UsageError, "mpiexec", MpiCommunicator.create, other)
 

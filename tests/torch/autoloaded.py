@@ -1,6 +1,7 @@
 """Scripts that import neither `distopt` nor `distopt.torch`; each says what it has found."""
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def groups() -> None:
     names = [type(group).__name__ for group in (dist.group.WORLD, mesh, dist.new_group(), other)]
     timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     say("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found, timeout)
+    time.sleep(1.0 * (rank == 0))  # it serves the store, where the other one looks for the next group meanwhile
     dist.destroy_process_group()
 
 
