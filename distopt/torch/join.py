@@ -42,10 +42,12 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:
         kind = type(backend_options).__qualname__
         warnings.warn(f"pg_options: distopt, which serves this group, has none, and ignores {kind}", stacklevel=2)
     ranks = options.global_ranks_in_group
-    if not ranks:  # the default group; ranks of an earlier one may have ended
-        StoreJob.begin(options.store)
-        ranks = range(options.group_size)
-    return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
+    if ranks:
+        return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
+    StoreJob.forget_default_group()
+    group = _make(options.store, options.group_rank, range(options.group_size), options.group_id, options.timeout)
+    StoreJob.default_store = options.store
+    return group
 
 
 def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> DistoptProcessGroup:

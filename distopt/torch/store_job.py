@@ -114,10 +114,10 @@ class StoreJob(Job):
     default_store: ClassVar[dist.Store | None] = None
 
     @classmethod
-    def begin(cls, store: dist.Store) -> None:
-        """Local. Begin a default group, whose `store` is kept; ranks of an earlier one may have ended."""
+    def forget_default_group(cls) -> None:
+        """Local. Forget the processes of the last default group, which may have ended, and its store."""
         cls.known.clear()
-        cls.default_store = store
+        cls.default_store = None
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
         """Collective.
