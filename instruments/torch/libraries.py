@@ -155,6 +155,7 @@ def execute(name: str, words: list[str], as_gloo: str, folder: Path = ROOT, **mo
     variables = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     variables["TORCH_EXTENSIONS_DIR"] = str(ROOT / "build" / "torch-extensions")
     variables["HF_HUB_OFFLINE"] = "1"
+    variables["SLURM_CONF"] = str(Path(__file__).with_name("slurm.conf"))
     log = LOGS / f"{re.sub(r'[^0-9A-Za-z]+', '-', name)}-{'distopt' if as_gloo == '1' else 'gloo'}"
     began = time.perf_counter()
     with (
