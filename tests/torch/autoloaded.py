@@ -49,7 +49,9 @@ def mixed() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(layer)
     ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
     devices = [str(dist.group.WORLD._get_backend(torch.device(name))) for name in ("cpu", "cuda")]
-    other = dist.new_group()._get_backend(torch.device("cpu"))
+    group = dist.new_group()
+    dist.all_reduce(torch.zeros(1), group=group)  # Gloo's ranks, which these may be, must not leave before all have met
+    other = group._get_backend(torch.device("cpu"))
     say("mixed", rank, dist.get_backend(), devices, other, total.tolist(), layer.weight.grad.tolist())
     dist.destroy_process_group()
 
