@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError
 from ..launch.job.multiprocess import refuse_worker
+from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from .group.arguments import check_timeout
 from .group.process_group import DistoptProcessGroup
@@ -42,12 +44,11 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:
         kind = type(backend_options).__qualname__
         warnings.warn(f"pg_options: distopt, which serves this group, has none, and ignores {kind}", stacklevel=2)
     ranks = options.global_ranks_in_group
-    if ranks:
-        return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
-    StoreJob.forget_default_group()
-    group = _make(options.store, options.group_rank, range(options.group_size), options.group_id, options.timeout)
-    StoreJob.default_store = options.store
-    return group
+    if not ranks:  # the default group; ranks of an earlier one may have ended
+        StoreJob.known.clear()
+        StoreJob.default_store = options.store if _is_served_for_the_job(options.store) else None
+        ranks = range(options.group_size)
+    return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
 
 
 def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> DistoptProcessGroup:
@@ -116,6 +117,11 @@ def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
     if job.topology.world_size == 1:
         return SingleCommunicator(job.topology)
     return ShmCommunicator(job.host_group(), job.topology, settings, ranks=job.numbers)
+
+
+def _is_served_for_the_job(store: dist.Store) -> bool:
+    """Whether rank 0 may serve the store until it ends: `distopt run` has chosen the port. Others may be used again."""
+    return DISTOPT_RUN.is_certain(os.environ) and os.environ.get(DISTOPT_RUN.port) == str(_endpoint_of(store)[1])
 
 
 def _endpoint_of(store: dist.Store) -> tuple[str, int]:

@@ -101,8 +101,8 @@ class StoreJob(Job):
 
     Attributes:
         known: the processes of the ranks of all groups so far, by number in the script's job, for errors.
-        default_store: the store of the default group. Its server lives as long as the store that rank 0 has, and other
-            ranks may look for a next default group there while rank 0 still leaves this one.
+        default_store: the default group's, under `distopt run`. A server lives as long as rank 0 has a store of it, and
+            other ranks may look for a next default group while rank 0 still leaves this one.
         numbers: the argument `ranks`.
         processes: the processes of these ranks.
         ranks_of_hosts: the ranks of each host, in the order of the first of them.
@@ -112,12 +112,6 @@ class StoreJob(Job):
 
     known: ClassVar[dict[int, Process]] = {}
     default_store: ClassVar[dist.Store | None] = None
-
-    @classmethod
-    def forget_default_group(cls) -> None:
-        """Local. Forget the processes of the last default group, which may have ended, and its store."""
-        cls.known.clear()
-        cls.default_store = None
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
         """Collective.

@@ -1,5 +1,6 @@
 """Scripts that import neither `distopt` nor `distopt.torch`; each says what it has found."""
 
+import os
 import sys
 import time
 
@@ -63,6 +64,12 @@ def by_default() -> None:
     dist.destroy_process_group()
 
 
+def port() -> None:
+    """Another server at the port of a group that has ended."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True)
+    say("serves", store.port)
+
+
 def spawned(rank: int, method: str) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     total = torch.tensor(rank + 1)
@@ -85,6 +92,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         torch.multiprocessing.spawn(spawned, (sys.argv[2],), nprocs=2)
     else:
-        scenarios = {each.__name__: each for each in (imported, groups, mixed, by_default, alone)}
+        scenarios = {each.__name__: each for each in (imported, groups, mixed, by_default, port, alone)}
         for name in sys.argv[1:]:
             scenarios[name]()

@@ -78,6 +78,13 @@ def test_without_the_variable_gloo_is_gloo(port: int) -> None:
         assert OURS not in found.stdout
 
 
+def test_the_port_of_a_group_that_has_ended_is_free(port: int) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = run(sys.executable, SCRIPT, "by_default", "port", DISTOPT_AS_GLOO="1", **alone)
+    assert f"serves {port}" in found.stdout
+    assert OURS in found.stdout
+
+
 def test_spawned_workers_have_it(tmp_path: Path) -> None:
     found = run(sys.executable, SCRIPT, "spawn", f"file://{tmp_path}/store", DISTOPT_AS_GLOO="1")
     assert sorted(re.findall(r"spawned .*", found.stdout)) == [f"spawned {rank} {OURS} 3" for rank in (0, 1)], found

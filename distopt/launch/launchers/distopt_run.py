@@ -19,10 +19,13 @@ class DistoptRun(Torchrun):
     name = "distopt run"
     has_agents = True
 
+    def is_certain(self, env: Mapping[str, str]) -> bool:
+        """Whether `distopt run` set the variables; a torchrun within would have named the job anew."""
+        return _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
+
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """This launcher's view of the process; None if a torchrun within has named the job anew."""
-        is_own = _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
-        return super().read(env) if is_own else None
+        """This launcher's view of the process; None if it has not set the variables."""
+        return super().read(env) if self.is_certain(env) else None
 
     def variables(
         self,
